@@ -97,5 +97,25 @@ def test_one_is_the_exit_code_of_a_failed_gate_and_of_nothing_else(monkeypatch, 
     assert "a slip of ours" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("reader", ["gone", "closed"])
+def test_of_several_processes_each_ends_with_its_own_code_though_nobody_reads(reader, monkeypatch):
+    def ends():
+        raise SystemExit(3)
+
+    class Gone(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    codes = []
+    monkeypatch.setattr(cli, "app", ends)
+    monkeypatch.setattr(cli.os, "_exit", codes.append)
+    monkeypatch.setattr(cli.atexit, "_run_exitfuncs", lambda: None)
+    monkeypatch.setattr(cli.sys, "stdout", Gone() if reader == "gone" else None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):  # which the real _exit does not come to
+        cli.main()
+    assert codes == [3]
+
+
 def test_a_line_is_one_line():
     assert harmless("a\nb\tc\x07") == "a\ufffdb\tc\ufffd"

@@ -38,7 +38,8 @@ def test_lists_of_owners_become_documents_that_are_drawn_a_few_of_each_owner():
     users = users_of(dataset(OWNERS), "user")
     assert users == OWNERS
     assert users_left(dataset(OWNERS), "user", users) == OWNERS
-    assert users_left(dataset(OWNERS[1:3]), "user", users) == OWNERS[1:3]
+    with pytest.raises(GuaranteeError, match=r"2 of 4 rows were left out .* others of its owners"):
+        users_left(dataset(OWNERS[1:3]), "user", users)
     ids = [np.array([1, 2])] * 4
     source = LabelledRows(ids, ids, users)
     assert source.unit_of_row.tolist() == [0, 1, 2, 3]

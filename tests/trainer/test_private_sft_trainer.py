@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from datasets import Dataset
 from dp_accounting.pld import PLDAccountant
 from peft import PeftModel
 from transformers import TrainerCallback
@@ -12,12 +13,15 @@ from transformers import TrainerCallback
 from finetunes.people import TOLD, chats, texts, tokenizer
 from privacy.accounts import theirs
 from privacy.oracles import norm_of
+from tightlip.core.errors import GuaranteeError
 from tightlip.privacy.ledger import read_ledger
-from tightlip.trainer import LeakageCallback, PrivacySpec
+from tightlip.trainer import LeakageCallback, PrivacySpec, PrivateSFTTrainer
 from trainer.private_runs import (
     Gradients,
+    lora,
     mean_of_clipped,
     private_sft,
+    settings,
     several,
     small,
     users_gradients,
@@ -162,6 +166,34 @@ def test_rows_that_trl_drops_are_told_and_the_others_stay_whose_they_are(tmp_pat
     for row, user in zip(trainer.train_dataset, trainer._users, strict=True):
         said = trainer.processing_class.decode(row["input_ids"], skip_special_tokens=True)
         assert whose[tuple(said.split()[:3])] == user
+
+
+class Packs(PrivateSFTTrainer):
+    def _prepare_dataset(self, dataset, *given):
+        rows = super()._prepare_dataset(dataset, *given)
+        return rows.select(range(len(rows) // 2)).map(
+            lambda row: {"input_ids": row["input_ids"] * 2}
+        )
+
+
+def test_only_trl_drops_rows_and_only_as_it_prepares_them(tmp_path):
+    dataset = Dataset.from_list(several(chats()))
+    example = PrivacySpec(noise_multiplier=1.0, unit="example")
+    own = {"privacy": example, "peft_config": lora(), "train_dataset": dataset, "processing_class": tokenizer()}  # fmt: skip
+    with pytest.raises(GuaranteeError, match="16 rows were given and there are 8 after"):
+        Packs(small(), settings(tmp_path), **own)
+    trainer = private_sft(tmp_path, privacy=example, given={"user_column": None})
+    trainer.train_dataset = trainer.train_dataset.select(range(8))
+    for _ in range(2):
+        with pytest.raises(GuaranteeError, match="16 rows were given and there are 8 after"):
+            trainer.train()
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_nobodys_empty_chat_decides_how_everybodys_rows_are_read(empty, tmp_path):
+    rows = [{**row, "text": "other words"} for row in several(chats())]
+    with pytest.raises(GuaranteeError, match="A row has nothing in 'messages'"):
+        private_sft(tmp_path, rows=[rows[0] | {"messages": empty}, *rows[1:]])
 
 
 class StopAt(TrainerCallback):

@@ -1,5 +1,7 @@
 """What weights cost: runs behind a model in memory or in a folder, and the record beside its files."""
 
+import contextlib
+import copy
 import hashlib
 import json
 import shutil
@@ -12,6 +14,7 @@ from peft import (
     EvaConfig,
     IA3Config,
     LoraConfig,
+    PeftModel,
     get_peft_model,
     initialize_lora_eva_weights,
 )
@@ -237,6 +240,94 @@ def test_what_other_code_trained_since_is_not_saved_with_the_guarantee(tmp_path)
     assert not (tmp_path / "openly").exists()
 
 
+def openly(model, weights=None):
+    """Two steps of anybody's training."""
+    weights = weights or [each for each in model.parameters() if each.requires_grad]
+    ids = torch.tensor([rows()[0]["input_ids"]])
+    for _ in range(2):  # in the first one lora_A has no gradient
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.optim.SGD(weights, lr=1.0).step()
+        model.zero_grad()
+
+
+def trained_in(folder, **how):
+    trainer = private(folder, **{"model": get_peft_model(small(), lora()), "privacy": NOISY} | how, **HALF)  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.train()
+    return trainer
+
+
+def refused(trainer, folder):
+    with pytest.raises(GuaranteeError, match="have changed in memory since private training"):
+        trainer.save_model(str(folder))
+    assert not folder.exists()
+
+
+def test_neither_adapters_put_in_nor_weights_once_frozen_nor_interrupted_ones_are_vouched_for(
+    tmp_path,
+):
+    stop = StopAt(1, KeyboardInterrupt("seen enough"))
+    interrupted = trained_in(tmp_path / "a", callbacks=[stop])
+    openly(interrupted.model)
+    refused(interrupted, tmp_path / "openly")
+    beside = trained_in(tmp_path / "b")
+    beside.model.add_adapter("theirs", lora())
+    refused(beside, tmp_path / "openly")
+    frozen = small()
+    for name, weight in frozen.named_parameters():
+        weight.requires_grad_("lm_head" in name)
+    headed = trained_in(tmp_path / "c", model=frozen)
+    others = [each for each in frozen.parameters() if not each.requires_grad]
+    frozen.requires_grad_(True)
+    openly(frozen, others)
+    refused(headed, tmp_path / "openly")
+    headed.model = small()
+    refused(headed, tmp_path / "openly")
+
+
+def test_what_does_not_train_leaves_the_guarantee(tmp_path):
+    trainer = trained_in(tmp_path / "a")
+    trainer.model.half().float()
+    trainer.model.merge_adapter()
+    trainer.model.unmerge_adapter()
+    trainer.model.generate(torch.tensor([[3, 4]]), max_new_tokens=2)
+    for model in (trainer.model, copy.deepcopy(trainer.model)):
+        assert len(runs_behind(model, None, tmp_path / "none.json")) == 1
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.model = trainer.model.merge_and_unload()
+    trainer.save_model(str(tmp_path / "merged"))
+    for folder in ("saved", "merged"):
+        assert guarantee_beside(tmp_path / folder)["run"] == run_in(tmp_path / "a")
+
+
+def test_openly_trained_weights_do_not_start_a_private_run_under_an_earlier_ones_mark(tmp_path):
+    theirs = get_peft_model(small(), lora())
+    openly(theirs)
+    theirs.save_pretrained(tmp_path / "theirs")
+    base = trained_in(tmp_path / "a").model.merge_and_unload()
+    again = PeftModel.from_pretrained(base, tmp_path / "theirs", is_trainable=True)
+    with pytest.raises(GuaranteeError, match="does something already"):  # under the same names
+        runs_behind(again, None, tmp_path / "none.json")
+    between = trained_in(tmp_path / "b").model
+    openly(between)
+    with pytest.raises(GuaranteeError, match="since private training left them, so what they cost"):
+        runs_behind(between, None, tmp_path / "none.json")
+    assert len(runs_behind(between, "public", tmp_path / "none.json")) == 1
+
+
+def test_an_open_run_that_began_at_a_private_one_is_still_an_open_one(saved, tmp_path):
+    small().save_pretrained(tmp_path / "open")
+    record = {"mechanism": "none", "epsilon": None, "standing": "measured only", "learnt_from": {}}
+    before = {"before": runs_behind(small(), saved, tmp_path / "none.json")}
+    (tmp_path / "open" / "guarantee.json").write_text(json.dumps(record | before))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "open")
+    with pytest.raises(GuaranteeError, match="was trained without privacy, as its"):
+        runs_behind(model, None, tmp_path / "none.json")
+    with pytest.raises(UsageError, match="of a private run, so it does not say"):
+        runs_behind(small(), tmp_path / "open", tmp_path / "none.json")
+    assert len(runs_behind(model, "public", tmp_path / "none.json")) == 1
+
+
 def test_an_adapter_initialised_from_the_base_is_told_so(tmp_path):
     model = get_peft_model(small(), LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights="pissa"))  # fmt: skip
     with pytest.raises(GuaranteeError, match="or initialised from the base"):
@@ -336,3 +427,38 @@ def test_a_hook_is_refused_before_a_step_is_charged_and_an_unused_ledger_may_go(
     fewer = Dataset.from_list(rows(15, 5))
     with pytest.raises(GuaranteeError, match=r"Or delete .*ledger\.json: it has no step on record"):
         private(tmp_path, privacy=NOISY, dataset=fewer, **HALF).train()
+
+
+def test_an_older_copy_of_a_run_that_ended_does_not_go_on_in_its_place(tmp_path):
+    how = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "given": {"people": "staff"}, **HALF}  # fmt: skip
+    out, backup = tmp_path / "out", tmp_path / "backup"
+    private(out, privacy=NOISY, callbacks=[StopAt(2)], **how).train()
+    shutil.copytree(out, backup)
+    private(out, privacy=NOISY, **how).train(resume_from_checkpoint=True)
+    assert read_ledger(out / "ledger.json")["steps"] == 4
+    shutil.move(out, tmp_path / "published")
+    for folder in (backup, shutil.copytree(backup, out)):
+        with pytest.raises(GuaranteeError, match=r"2 steps on record, and its run ended with 4"):
+            private(folder, privacy=NOISY, **how).train(resume_from_checkpoint=True)
+    shutil.rmtree(out)
+    shutil.move(tmp_path / "published", out)
+    trainer = private(out, privacy=NOISY, **how)
+    with pytest.raises(GuaranteeError, match="training would begin anew"):
+        trainer.train()
+
+
+def test_weights_that_were_saved_past_the_trainer_are_asked_about(saved, tmp_path):
+    for number, model in enumerate([small(), get_peft_model(small(), lora())]):
+        trainer = trained_in(tmp_path / str(number), model=model)
+        trainer.save_model(str(tmp_path / f"told {number}"))
+        whole = trainer.model.merge_and_unload() if number else trainer.model
+        whole.save_pretrained(tmp_path / f"past {number}")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / f"past {number}")
+        for start in (None, saved):
+            with pytest.raises(GuaranteeError, match="saved past their trainer"):
+                runs_behind(again, start, tmp_path / "none.json")
+        # The run itself goes on, and where it is named it is counted.
+        ledger = tmp_path / str(number) / "ledger.json"
+        assert runs_behind(again, None, ledger) == []
+        told = runs_behind(again, tmp_path / f"told {number}", tmp_path / "none.json")
+        assert [each["run"] for each in told] == [read_ledger(ledger)["run"]]

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -155,7 +156,8 @@ def main() -> None:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1 and isinstance(end.code, int):
             # Sharded weights keep threads of torch, which would die with the interpreter, at times with an abort.
             atexit._run_exitfuncs()
-            sys.stdout.flush()
+            with suppress(OSError):  # whoever reads may be gone; that is no failed gate
+                print(end="", flush=True)
             os._exit(end.code)
         raise
     except Exception:

@@ -131,7 +131,8 @@ def leave_at_exit() -> None:
     One of GPUs is left alone: leaving it waits for processes that may be gone."""
     from torch import distributed
 
-    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+    is_joined = distributed.is_available() and distributed.is_initialized()
+    if is_joined and distributed.get_backend() == "gloo":
         distributed.destroy_process_group()
 
 
@@ -139,15 +140,15 @@ def leave_at_exit() -> None:
 def joined_processes(device: str = "auto") -> Iterator[Processes]:
     """Join the processes that torchrun started beside this one, if it did, for as long as inside."""
     import torch
-
-    # It keeps the group that there is when it is imported, as parts of torch.compile do it: of a group that is kept
-    # threads run on, and die with the interpreter.
-    import torch.distributed.nn
     from torch import distributed
 
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
         yield Processes.here()
         return
+    # It keeps the group that there is when it is imported, as parts of torch.compile do it: of a group that is kept
+    # threads run on, and die with the interpreter. Not every torch has it.
+    import torch.distributed.nn
+
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

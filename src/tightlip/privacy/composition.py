@@ -35,6 +35,7 @@ from tightlip.privacy.people import (
     enrol,
     ids_of,
     is_registered,
+    note_end,
     refuse_if_forgotten,
     runs_of,
 )
@@ -87,7 +88,7 @@ def enrolled(ledger: Ledger) -> None:
             counted = _next_point(record)
             count_more(record, ledger.path, counted)
 
-    ledger.beyond_plan = count
+    ledger.beyond_plan, ledger.ended = count, note_end
     ledger.rewrite()
     ledger.settle()
 

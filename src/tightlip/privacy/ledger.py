@@ -182,6 +182,7 @@ class Ledger:
         self._charged_here, self.repeats = 0, False
         self.people: Callable[..., dict[str, Any]] | None = None  # see composition.PeopleMeter
         self.beyond_plan: Callable[[dict[str, Any]], None] | None = None  # see composition.enrolled
+        self.ended: Callable[[dict[str, Any]], None] | None = None  # likewise
         self._beside = self.path.with_name(f"_{self.path.name}.partial")  # see `claimed`
         self.claim: IO[bytes] | None = None  # see `claimed`
         self._closed = False
@@ -272,6 +273,8 @@ class Ledger:
         record = self.record()
         self._replace(record)
         self.settle()
+        if self.ended is not None:
+            self.ended(record)
         return record
 
     @property

@@ -57,12 +57,18 @@ def enrol(record: Record, ledger: Path) -> None:
         once: a run that goes on is registered already; from another place, that place is.
         copied: of a run's folder and its copies one goes on, and the others are refused while it is
             still there, wherever it was moved to.
+        older: of a run that ended, a copy from before that is refused wherever it stands.
     """
     path = ledger.resolve()
     entry = {"kind": register.RUN, "ledger": str(path), "terms": composable(record)}
 
     def unless_there(entries: list[register.Entry]) -> register.Entry | None:
         known = [each for each in entries if _is_of(each, record["run"])]
+        if record["steps"] < (taken := _most_taken(known)):
+            raise GuaranteeError(
+                f"{path} has {record['steps']} steps on record, and its run ended with {taken}: it is an older copy, in which those since would "
+                "be missing. Put the ledger of the end back, or begin another run in another folder."
+            )
         for each in known:
             if each["ledger"] != str(path) and (there := _ledger_of(each)) is not None:
                 # Of one that went on, what it did and told since would be missing here.
@@ -93,6 +99,22 @@ def count_more(record: Record, ledger: Path, steps: int) -> None:
         return None if any(each["steps"] >= steps for each in known) else entry
 
     register.add(unless_there)
+
+
+def note_end(record: Record) -> None:
+    """Put on record with how many steps a registered run ended, so that no older copy of it goes on."""
+
+    def unless_there(entries: list[register.Entry]) -> register.Entry | None:
+        known = [each for each in entries if _is_of(each, record["run"])]
+        if not known or _most_taken(known) >= record["steps"]:
+            return None
+        return known[-1] | {"taken": record["steps"]}
+
+    register.add(unless_there)
+
+
+def _most_taken(known: list[register.Entry]) -> int:
+    return max((int(each.get("taken", 0)) for each in known), default=0)
 
 
 def withdraw(record: Record, ledger: Path) -> None:

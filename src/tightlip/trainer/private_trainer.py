@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.nn  # or it keeps the group that accelerate makes
 import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
@@ -45,6 +44,9 @@ from tightlip.training.mitigations.dp import warn_of_too_few
 _LOGGED = ("learning_rate", "grad_norm", "epoch")
 _DROPPED = "%s of %s without a token to learn, such as a prompt of max_length tokens, were left out as the dataset was prepared."
 _LOST = "Of what is on record %s came after the last checkpoint of a training that ended early. A smaller save_steps loses fewer."
+
+if torch.distributed.is_available():
+    import torch.distributed.nn  # or it keeps the group that accelerate makes
 
 if not hasattr(Trainer, "_prepare_for_training"):
     raise UsageError(
@@ -118,7 +120,9 @@ class PrivateMixin(_Library):
         super().__init__(*given, **rest)
         atexit.register(leave_at_exit)
         refuse_trainer(self, PrivateMixin, public_evaluation)
-        self._match_rows()
+        # TRL's own preparation drops rows; another one that leaves fewer may have put several into one.
+        prepare = getattr(self, "_prepare_dataset", None)
+        self._match_rows(may_drop=getattr(prepare, "__module__", "").startswith("trl."))
         self.add_callback(_StopsWithBudget(self))
 
     @property
@@ -143,7 +147,7 @@ class PrivateMixin(_Library):
         self._before = Processes.here().told(
             partial(weights.runs_behind, self.model, self.start, ledger)
         )
-        self._match_rows()
+        self._match_rows(may_drop=False)
         for each in self.callback_handler.callbacks:
             if isinstance(each, LeakageCallback):
                 each.tells = each.public
@@ -152,7 +156,7 @@ class PrivateMixin(_Library):
         try:
             done = super().train(folder and str(folder), **rest)
             assert self.private is not None
-            self._told, self._left = self.private.guarantee(), weights.left_in(self.model)
+            self._told = self.private.guarantee()
             if done.global_step < self.state.max_steps and not self.may_step():
                 log.warning(ENDED_BY_BUDGET, done.global_step, self.state.max_steps)
                 if lost := self.private.ledger.steps - done.global_step:
@@ -163,6 +167,7 @@ class PrivateMixin(_Library):
                 self.private.ledger.finish()
             raise
         finally:
+            self._left = weights.left_in(self.model)
             if self.private is not None:
                 if self.private.ledger.taken_back and self.is_world_process_zero():
                     weights.take_back(self._folder, self.private.ledger.record())
@@ -311,7 +316,7 @@ class PrivateMixin(_Library):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.private is not None:  # on all processes, before any weights reach the disk
-            weights.refuse_if_trained_on(self._left)
+            weights.refuse_if_trained_on(self.model, self._left)
             self._record(self.private)
             self.private.settle()
         super().save_model(output_dir, _internal_call)
@@ -368,17 +373,18 @@ class PrivateMixin(_Library):
     def _folder(self) -> Path:
         return Path(self.args.output_dir)
 
-    def _match_rows(self) -> None:
+    def _match_rows(self, *, may_drop: bool) -> None:
         """See whose the rows are that the prepared dataset holds."""
-        num_before, self._num_rows = self._num_rows, len(self.train_dataset)
-        if self._num_rows > num_before:
+        before, now = self._num_rows, len(self.train_dataset)
+        if now > before or (now < before and not may_drop):
             raise GuaranteeError(
-                f"{num_before} rows were given and there are {self._num_rows} after the dataset was prepared, so it is not known whose "
+                f"{before} rows were given and there are {now} after the dataset was prepared, so it is not known whose "
                 "each is. Give a dataset of which a row stays a row."
             )
         self._users = users_left(self.train_dataset, self.user_column, self._users)
-        if dropped := num_before - self._num_rows:
-            log.warning(_DROPPED, counted(dropped, "row"), num_before)
+        self._num_rows = now
+        if now < before:
+            log.warning(_DROPPED, counted(before - now, "row"), before)
 
 
 class PrivateTrainer(PrivateMixin, Trainer):

@@ -15,6 +15,7 @@ from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sources import LabelledRows
 
 _READ = ("input_ids", "labels", "attention_mask")
+_CHATS = ("messages", "prompt", "completion", "conversations")  # TRL's
 
 
 def users_of(dataset: Any, column: str | None) -> list[Any] | None:
@@ -32,6 +33,7 @@ def users_of(dataset: Any, column: str | None) -> list[Any] | None:
         )
     if not len(dataset):
         raise UsageError("train_dataset has no rows to train on.")
+    _refuse_empty_chats(dataset)
     if column is None:
         return None
     if column not in _columns(dataset):
@@ -52,6 +54,21 @@ def users_of(dataset: Any, column: str | None) -> list[Any] | None:
     return [_named(user) for user in users]
 
 
+def _refuse_empty_chats(dataset: Any) -> None:
+    """TRL looks at the first row alone to see whether all rows are chats."""
+    names = {*_columns(dataset)} & {*_CHATS}
+    if not hasattr(dataset, "select_columns") or "input_ids" in _columns(dataset):
+        return
+    for name in sorted(names):
+        column = dataset.select_columns([name]).with_format("arrow")[:][name]
+        is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        if column.null_count or (is_list and pc.min(pc.list_value_length(column)).as_py() == 0):
+            raise GuaranteeError(
+                f"A row has nothing in {name!r}. As the first one it would decide how everybody's rows are read. Take such rows out "
+                f"beforehand, or remove the column."
+            )
+
+
 def _names_somebody(user: Any) -> bool:
     return isinstance(user, (str, int, np.integer)) and not isinstance(user, bool) and user != ""
 
@@ -66,6 +83,8 @@ def users_left(dataset: Any, column: str | None, users: list[Any] | None) -> lis
     Holds:
         dropped: rows may be missing, as TRL leaves those out of which nothing can be learnt: each by
             what it is, so that nobody's row hangs on another's.
+        blind: of rows with several owners none may be, or what a row says would decide which others
+            of its owners are ever drawn.
     """
     if column is None or users is None:
         return None
@@ -79,6 +98,11 @@ def users_left(dataset: Any, column: str | None, users: list[Any] | None) -> lis
         raise GuaranteeError(
             "The rows stand in another order after the dataset was prepared, or are more than before, so it is not known whose "
             "each is. Set shuffle_dataset=False: every step draws users at random anyway."
+        )
+    if len(left) < len(users) and any(isinstance(each, list) for each in users):
+        raise GuaranteeError(
+            f"{len(users) - len(left)} of {len(users)} rows were left out as the dataset was prepared, and what a row says would decide which "
+            "others of its owners are ever drawn. Give a larger max_length; or take such rows out by what everybody may know."
         )
     return left
 

@@ -19,13 +19,15 @@ from tightlip.core.run_folder import LEDGER
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.people import Record, composable, runs_before
 from tightlip.privacy.private_training import PrivateTraining
-from tightlip.privacy.shards import local
+from tightlip.privacy.shards import kept_parameters, local, resharded
 from tightlip.training.checkpoints import BEGINS_ANEW
 from tightlip.training.starting import guarantee_lines, told_of
 
 log = logging.getLogger("tightlip")
 PUBLIC = "public"
-_MARK, _TRAINED = "_tightlip_runs", "_tightlip_trained"  # of a model in memory
+# Of a model in memory: the runs, what they trained, and all its weights as the last one left them.
+_MARK, _TRAINED, _LEFT = "_tightlip_runs", "_tightlip_trained", "_tightlip_left"
+_STAMP = "tightlip_run"  # in config.json, which save_pretrained() writes without a guarantee
 # Random at first, and nothing while the factor beside it is zero.
 _FREE = ("lora_A", "lora_embedding_B", "lora_magnitude_vector")
 _AT_FIRST = {"lora_B": 0.0, "lora_embedding_A": 0.0, "ia3_l": 1.0}
@@ -46,9 +48,16 @@ def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Reco
         named: only 'public' costs nothing; any other start has a guarantee, or is refused.
         adapter: one that does something already, or looked at texts, is refused unless it is said where
             it is from.
-        openly: weights that a run without privacy left are refused unless they are said to be public.
+        stamped: weights that save_pretrained() wrote after a private run are refused unless it is named.
+        openly: weights that a run without privacy left are refused unless they are said to be public,
+            in whatever private run it began; and so are those that were changed since in memory.
     """
     marks: list[Record] = getattr(_base(model), _MARK, [])
+    if start is None and marks and _have_changed(getattr(_base(model), _LEFT, [])):
+        raise GuaranteeError(
+            "The weights have changed in memory since private training left them, so what they cost their people is not known. Load them "
+            "anew from what it saved; or give start='public' where nothing but public text shaped them since."
+        )
     if start is None and (_looks_at_texts(model) or _does_something(model)):
         raise GuaranteeError(
             "The adapter to start from does something already: it was trained before, or initialised from the base or from texts. "
@@ -59,40 +68,64 @@ def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Reco
     name, commit = (getattr(config, each, None) for each in ("_name_or_path", "_commit_hash"))
     record = _record_at(name, commit) if name else {}
     runs = runs_before(record)
-    if start is None and record and not runs:
+    if start is None and record and not _is_private(record, runs):
         raise GuaranteeError(
             f"{name} was trained without privacy, as its {OWN_RECORD} says, and if it learnt from these people no noise hides it. Start "
             "from other weights; or give start='public' where nothing but public text shaped them."
         )
     if start is not None and start != PUBLIC:
-        if not (named := runs_before(_record_at(start))):
+        own = _record_at(start)
+        if not _is_private(own, named := runs_before(own)):
             raise UsageError(
                 f"start={str(start)!r} has no {OWN_RECORD} of a private run, so it does not say what the weights cost their people. Give the "
                 "folder of a private run's weights; or start='public' where nothing but public text shaped them."
             )
         runs += named
     by_id = {run.get("run") or place: run for place, run in enumerate([*runs, *marks])}
-    if ledger.exists():
-        by_id.pop(read_ledger(ledger).get("run"), None)
+    goes_on = read_ledger(ledger).get("run") if ledger.exists() else None
+    stamp = getattr(config, _STAMP, None)
+    if start != PUBLIC and stamp not in (None, goes_on, *by_id):
+        raise GuaranteeError(
+            f"The weights were saved past their trainer, as save_pretrained() does: their config.json names the private run {stamp}, and no "
+            "guarantee.json beside them says what it cost. Give start=DIR, a folder that the trainer itself saved; or start='public' where "
+            "nothing but public text shaped them."
+        )
+    by_id.pop(goes_on, None)
     return [*by_id.values()]
+
+
+def _is_private(record: Record, runs: list[Record]) -> bool:
+    """Whether the last of these `runs` is the one that the record is about, and not one before it."""
+    return len(runs) > len(record.get("before", ()))
 
 
 def leave_mark(model: Any, record: Record) -> None:
     """Let whoever trains this model object next know of the run that changed it, and of what it trained."""
     base = _base(model)
     setattr(base, _MARK, [composable(record), *record.get("before", ())])
-    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    setattr(base, _TRAINED, trained | getattr(base, _TRAINED, set()))
+    setattr(base, _TRAINED, getattr(base, _TRAINED, {}) | kept_parameters(model))
+    if (config := getattr(base, "config", None)) is not None:
+        setattr(config, _STAMP, record["run"])
 
 
 def left_in(model: Any) -> Left:
-    """The weights that a run trained, each with torch's count of changes to it."""
-    return [(each, each._version) for each in model.parameters() if each.requires_grad]
+    """All weights as a run leaves them, each with torch's count of changes to it; for whoever trains this
+    model object next, too."""
+    every = [each for each in resharded(model).parameters() if not each.is_inference()]
+    left = [(each, each._version) for each in every]
+    setattr(_base(model), _LEFT, left)
+    return left
 
 
-def refuse_if_trained_on(left: Left) -> None:
-    """Refuse to vouch for weights that other code changed in place since a run left them."""
-    if any(weight._version != changes for weight, changes in left):
+def _have_changed(left: Left) -> bool:
+    return any(weight._version > changes for weight, changes in left)
+
+
+def refuse_if_trained_on(model: Any, left: Left) -> None:
+    """Refuse to vouch for weights that other code changed in place, or put in, since a run left them."""
+    known = {id(weight) for weight, _ in left}
+    others = (each for each in resharded(model).parameters() if not each.is_inference())
+    if left and (_have_changed(left) or any(id(each) not in known for each in others)):
         raise GuaranteeError(
             "The weights have changed in memory since private training left them, so its guarantee is not theirs. Save them without "
             "this trainer; what it left itself is what it saved then, such as its last checkpoint."
@@ -127,9 +160,11 @@ def _does_something(model: Any) -> bool:
     """Whether an adapter is not, or is not known to be, as a new one is; but for what a trainer trained here."""
     if not hasattr(model, "peft_config"):
         return False
-    every = dict(model.named_parameters(remove_duplicate=False))
-    for name in {*every} - getattr(_base(model), _TRAINED, set()):
-        weight = every[name]
+    every = dict(resharded(model).named_parameters(remove_duplicate=False))
+    trained = {id(weight) for weight in getattr(_base(model), _TRAINED, {}).values()}
+    for name, weight in every.items():
+        if id(weight) in trained:  # a name may have become another's
+            continue
         own = re.sub(r"modules_to_save\.[^.]+", "original_module", name)
         known = [value for part, value in _AT_FIRST.items() if part in name]
         if own != name:
