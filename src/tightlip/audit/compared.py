@@ -86,8 +86,7 @@ class RunMeasures:
 
     def tab(self, kind: str) -> dict[str, int] | None:
         """How many canaries of a kind TAB completes, and how many it could at most."""
-        chosen = self._of_kind(kind)
-        if not chosen:
+        if not (chosen := self._of_kind(kind)):
             return None
         return {
             "successes": sum(bool(one["tab"]) for one in chosen),

@@ -294,8 +294,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 def _on_the_way(subject: Subject) -> list[tuple[str, Path, float | None]]:
     """Every model of a run in training order, with its perplexity where the metrics have it."""
-    run = subject.run
-    if run is None:
+    if (run := subject.run) is None:
         return [("final", Path(subject.model), None)]
     known = {line.get("snapshot"): line.get("validation_perplexity") for line in run.metrics}
     last = run.metrics[-1] if run.metrics else {}
@@ -348,8 +347,7 @@ def _leakage(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Meas
 
 
 def _exposures(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Measured:
-    keys = of.audited.measuring.keys
-    if not keys:
+    if not (keys := of.audited.measuring.keys):
         return {}, {"exposure": NO_KEY, "tab": NO_KEY}
     reasons = {"exposure": "No key holds planted canaries, and only these have an exposure."}
     planted = None

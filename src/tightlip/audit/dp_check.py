@@ -75,8 +75,7 @@ class Claim:
     def of(cls, guarantee: Mapping[str, Any]) -> "Claim":
         """What a ledger claims, or did before an earlier check. Where it has no steps of equal noise,
         its ε and δ are all there is."""
-        epsilon = (guarantee.get("withdrawn") or guarantee).get("epsilon")
-        if epsilon is None:
+        if (epsilon := (guarantee.get("withdrawn") or guarantee).get("epsilon")) is None:
             return cls(epsilon=None, delta=DELTA_WITHOUT_CLAIM)
         names = ("noise_multiplier", "sampling_rate", "steps")
         told = {name: guarantee[name] for name in names if guarantee.get(name)}

@@ -65,8 +65,7 @@ def planted_texts(paths: Iterable[Path]) -> frozenset[str]:
     """What the keys say was planted; a key of real canaries alone, which are people's own text, is refused."""
     planted = frozenset[str]()
     for path in paths:
-        texts = open_key(path).planted_texts
-        if not texts:
+        if not (texts := open_key(path).planted_texts):
             raise UsageError(
                 f"{path} holds no planted canaries, so there is nothing to leave out. Give the key that tightlip "
                 "canaries plant wrote."

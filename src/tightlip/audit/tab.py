@@ -206,8 +206,7 @@ class UniqueTexts:
             for size in self._lengths.get(first, ()):
                 if start + size > len(ids):
                     break
-                row = self._row_of.get(line[4 * start : 4 * (start + size)])
-                if row is not None:
+                if (row := self._row_of.get(line[4 * start : 4 * (start + size)])) is not None:
                     places.append((start, start + size, row))
         return places
 

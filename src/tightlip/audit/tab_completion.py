@@ -287,8 +287,7 @@ class Memory:
 
     def begin(self, ids: list[int]) -> "Reading | None":
         """A reading that stands behind `ids`; None where there is nothing to predict from."""
-        inputs = self._inputs(ids)
-        if not inputs:
+        if not (inputs := self._inputs(ids)):
             return None
         state, logits_V = self._read_line(tuple(inputs))
         return Reading(self, inputs, deepcopy(state), logits_V)

@@ -262,8 +262,7 @@ def rejected_share(
     """How often the check contradicts runs that have `noise` times the noise they claim, with canaries
     that nothing but noise hides: its power below 1, its honesty at 1."""
     law: Law = steps.independent() if watched else steps.trade_off()
-    needed = law.least_to_contradict(num_canaries, num_guesses)
-    if needed is None:
+    if (needed := law.least_to_contradict(num_canaries, num_guesses)) is None:
         return 0.0
     draw = np.random.default_rng(_SEED)
     scores_of = steps.watched_scores if watched else steps.ideal_scores

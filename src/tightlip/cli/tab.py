@@ -67,8 +67,7 @@ def tab(
     report = given.get("report")
     if report is not None and store_address(report) is None and not Path(report).is_dir():
         raise UsageError(f"--report {report} is not a folder. Give one that tightlip audit wrote.")
-    is_terminal = prompt is None and in_a_terminal()
-    if is_terminal:
+    if is_terminal := prompt is None and in_a_terminal():
         print("Reading the model…", end="\r", file=sys.stderr, flush=True)
     opened = tightlip.open_tab(model, **given)
     if is_terminal:

@@ -83,8 +83,7 @@ def add(make: Callable[[list[Entry]], Entry | None]) -> None:
         with os.fdopen(descriptor, "rb+", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             content = file.read()
-            entry = make(_entries_in(content, path))
-            if entry is not None:
+            if (entry := make(_entries_in(content, path))) is not None:
                 file.truncate(content.rfind(b"\n") + 1)
                 _append(file.fileno(), json.dumps(sealed(entry)).encode() + b"\n")
                 fsync(path)

@@ -315,8 +315,7 @@ def _of_others(address: str) -> Iterator[dict[str, Any]]:
     from ray._private import services
 
     core: Any = _raylet
-    place = services.canonicalize_bootstrap_address(address)
-    if place is None:
+    if (place := services.canonicalize_bootstrap_address(address)) is None:
         raise ValueError("not the address of a cluster that runs")
     # Where nobody answers Ray itself would try for minutes.
     socket.create_connection(services.extract_ip_port(place), timeout=_ANSWER_SECONDS).close()

@@ -262,8 +262,7 @@ def method_of(folder: Path, written: dict[str, Any]) -> str | None:
     Holds:
         nothing_fetched: a method whose code is not here is a usage error.
     """
-    asked = written.get("quantization_config")
-    if asked is None:
+    if (asked := written.get("quantization_config")) is None:
         return None
     if not isinstance(asked, dict):
         raise UsageError(f"{folder}/config.json has a quantization_config that is not a table.")

@@ -71,8 +71,7 @@ def check_hidden_states(folder: Path, model: PreTrainedModel) -> None:
 
 def most_tokens(model: PreTrainedModel) -> int | None:
     """How long a row the model has positions for; None where any length will do."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is None:
+    if (positions := getattr(model.config, "max_position_embeddings", None)) is None:
         return None
     table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
     # RoBERTa counts its positions from behind the padding's own.

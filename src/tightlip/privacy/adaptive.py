@@ -215,8 +215,7 @@ class Promise:
 
     def upper(self, steps: int) -> float:
         """The ε that covers the run, `steps` steps into it."""
-        most = self.counted(steps)
-        if most is None:
+        if (most := self.counted(steps)) is None:
             assert self.target is not None
             return self.target  # which the filter keeps, however long it goes on
         if most not in self._known:

@@ -139,8 +139,7 @@ class LinearUse(torch.autograd.Function):
         matrix = weight.detach().t() if transposed else weight.detach()
         own_input, own_matrix = aligned(input.to(dtype)).contiguous(), aligned(matrix.to(dtype))
         own_bias = None if bias is None else bias.detach().to(dtype)
-        missing = missing_columns(own_matrix, len(matrix))
-        if missing:
+        if missing := missing_columns(own_matrix, len(matrix)):
             own_matrix = functional.pad(own_matrix, (0, 0, 0, missing))
             own_bias = None if own_bias is None else functional.pad(own_bias, (0, missing))
         output = functional.linear(own_input, own_matrix, own_bias)

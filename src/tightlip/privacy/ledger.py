@@ -55,8 +55,7 @@ def guarantee_terms(
     `noise_multiplier` is the least that any step can have, so that whoever composes it never
     counts too little; an adaptive run has its own beside it, under `adaptive`.
     """
-    per_owner = noise.documents_per_owner
-    if per_owner is not None:
+    if (per_owner := noise.documents_per_owner) is not None:
         given = {"adjacency": OWNED, "documents_per_owner": per_owner} | given
     return {
         "mechanism": MECHANISM,

@@ -96,8 +96,7 @@ class Physical:
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a prepared pass is fed: always as many tensors, so that none keeps an old share."""
-        shares_U = self.shares_U
-        if shares_U is None:
+        if (shares_U := self.shares_U) is None:
             kind, where = self.weights_BT.dtype, self.ids_BT.device
             shares_U = torch.ones(self.layout.num_units, dtype=kind, device=where)
         return self.ids_BT, self.targets_BT, self.weights_BT, shares_U
@@ -368,8 +367,7 @@ def never_packed() -> Iterator[None]:
     """transformers asks by their positions whether rows hold several texts, and Python waits for the
     GPU's answer, so that none of its models could be captured. Ours hold one, counted by the model."""
     masks: Any = sys.modules.get("transformers.masking_utils")
-    asked = getattr(masks, "find_packed_sequence_indices", None)
-    if asked is None:
+    if (asked := getattr(masks, "find_packed_sequence_indices", None)) is None:
         yield
         return
     masks.find_packed_sequence_indices = lambda position_ids: None

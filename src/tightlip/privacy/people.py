@@ -186,8 +186,7 @@ def _is_of(entry: register.Entry, run: str) -> bool:
 def _as_it_stands(entry: register.Entry) -> Record:
     """A registered run, with the steps of its ledger where that can still be read."""
     terms: Record = entry["terms"]
-    there = _ledger_of(entry)
-    if there is None:
+    if (there := _ledger_of(entry)) is None:
         return terms
     fallen = {} if there["epsilon"] is not None else composable(there)
     return terms | fallen | {"steps": max(terms["steps"], there["steps"])}

@@ -63,8 +63,7 @@ def clipped_gradients(
     passes = Passes(model, clip, bf16=torch.is_autocast_enabled(input_ids.device.type))
     _check_shapes(input_ids, labels, attention_mask, units)
     check_no_buffers(model)
-    unruly = no_rule_for(model, input_ids, with_mask=attention_mask is not None)
-    if unruly is not None:
+    if (unruly := no_rule_for(model, input_ids, with_mask=attention_mask is not None)) is not None:
         warn_slow(unruly)
         passes.way = "slow"
     if units is None:

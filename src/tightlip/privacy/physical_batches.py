@@ -114,8 +114,7 @@ class PhysicalBatches:
         reason = None
         for together in itertools.islice(self._numbers(width, size), MOST_TRIED):
             shape = Shape(width, size, together)
-            reason = self._why_apart(shape)
-            if reason is None:
+            if (reason := self._why_apart(shape)) is None:
                 return shape
             if reason.endswith(BESIDE):
                 break  # no rounding does: another size would only be less likely to show it

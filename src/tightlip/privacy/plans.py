@@ -142,8 +142,7 @@ def noise_plan(
     check_delta(delta, num_units, spec.allow_loose_delta, unit=spec.unit)
     if adaptive is not None:
         check_varying(adaptive.mode, spec.epsilon, spec.noise_multiplier)
-    sigma = spec.noise_multiplier
-    if sigma is None:
+    if (sigma := spec.noise_multiplier) is None:
         sigma = _calibrated(spec, delta, mechanism, adaptive)
     least = sigma if adaptive is None else adaptive.least_noise(sigma)
     mechanism = replace(mechanism, noise_multiplier=least)

@@ -332,8 +332,7 @@ class CorrectedAdam(Optimizer):
 
     def _state_of(self, weight: nn.Parameter) -> dict[str, Any]:
         """Named as torch's Adam names it, and so kept and brought back in the same way."""
-        state = self.state[weight]
-        if not state:
+        if not (state := self.state[weight]):
             state["step"] = torch.zeros(())
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(weight) for _ in range(2))
         return state

@@ -280,8 +280,7 @@ class Scaled:
         """The values with every wiped row at zero."""
         if self.factors_B is None or not self.wipe or id(values_BX) in self.finite:
             return values_BX
-        known = self._clean.get(id(values_BX))
-        if known is None:
+        if (known := self._clean.get(id(values_BX))) is None:
             keep = (self.factors_B > 0).view(-1, *[1] * (values_BX.ndim - 1))
             known = self._clean[id(values_BX)] = (values_BX, torch.where(keep, values_BX, 0))
         return known[1]

@@ -94,8 +94,7 @@ def _settle_on_sharing(passes: Passes, batches: PhysicalBatches) -> None:
         batches.shared()
     if passes.way != "slow":
         batches.one_unit_a_pass = batches.asked()[-1] in batches.apart
-    reason = unsteady(passes, batches)
-    if reason is not None:
+    if (reason := unsteady(passes, batches)) is not None:
         raise GuaranteeError(
             f"{reason}. The model keeps something of the rows before, or draws random numbers, so one person may move another's "
             "gradient, which the clip norm does not bound. Give a model whose answer follows from its input."

@@ -90,8 +90,7 @@ class Documents(LabelledRows):
 def sampled_units(source: Source, per_owner: int | None) -> np.ndarray:
     """What each step samples from: all units that have rows; of texts with several owners the
     documents that are taken, also those without rows."""
-    ownership = getattr(source, "ownership", None)
-    if ownership is not None:
+    if (ownership := getattr(source, "ownership", None)) is not None:
         return np.asarray(ownership.taken(per_owner or PER_OWNER))
     if per_owner is not None:
         raise UsageError(

@@ -60,8 +60,7 @@ class Rows:
 def score_logits(logits_NV: Tensor, targets_N: Tensor, *, moments: bool = False) -> Scores:
     """Rank (int32) and log-probability (float32) of each row's target; with `moments` also mean and
     deviation of the log-probability (float32)."""
-    rows = read_rows(logits_NV, targets_N, moments=moments)
-    if rows is None:
+    if (rows := read_rows(logits_NV, targets_N, moments=moments)) is None:
         return score_with_torch(logits_NV, targets_N, moments=moments)
     log_probs = rows.target_log_weights - rows.total.log()
     return rows.num_above, log_probs, *(() if rows.moments is None else rows.moments)

@@ -106,8 +106,7 @@ class LeakageCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return  # one audit is enough; the others wait at their next step
         model = kwargs["model"]
-        tokenizer = self.settings.get("tokenizer") or kwargs["processing_class"]
-        if tokenizer is None:
+        if (tokenizer := self.settings.get("tokenizer") or kwargs["processing_class"]) is None:
             raise UsageError(
                 "The trainer has no processing_class, so nobody knows how text becomes tokens. Give it one, or "
                 "LeakageCallback(…, tokenizer=…)."

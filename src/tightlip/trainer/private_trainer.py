@@ -140,8 +140,7 @@ class PrivateMixin(_Library):
             self.hyperparameter_search()
         refuse_trainer(self, PrivateMixin, self.public_evaluation)
         ledger = self._folder / LEDGER
-        folder = weights.checkpoint_of(resume_from_checkpoint, self._folder)
-        if folder is not None:
+        if (folder := weights.checkpoint_of(resume_from_checkpoint, self._folder)) is not None:
             Processes.here().told(partial(weights.check_checkpoint, folder, ledger))
         # Of the weights as they were given, not as a checkpoint leaves them.
         self._before = Processes.here().told(
@@ -196,8 +195,7 @@ class PrivateMixin(_Library):
             max_steps, train_dataloader, resume_from_checkpoint
         )
         # Accelerate runs the model in autocast and its logits in float32; passes have their own.
-        forward = self.model.__dict__.pop("_original_forward", None)
-        if forward is not None:
+        if (forward := self.model.__dict__.pop("_original_forward", None)) is not None:
             self.model.forward = forward
         path = self._folder / LEDGER
         was_finished = Processes.here().told(

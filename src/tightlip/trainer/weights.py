@@ -184,8 +184,7 @@ def checkpoint_of(asked: Any, output_dir: Path) -> Path | None:
         return None
     if asked is not True:
         return Path(asked)
-    every = _checkpoints_in(output_dir)
-    if not every:
+    if not (every := _checkpoints_in(output_dir)):
         raise UsageError(
             f"{output_dir} has no checkpoint to go on from. Leave resume_from_checkpoint out: steps that are on record in its "
             "ledger stay charged."

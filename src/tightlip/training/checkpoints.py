@@ -159,8 +159,7 @@ def load_checkpoint(folder: Path, kept: Kept, *, start_over: bool = True) -> Pro
 
 
 def _latest(folder: Path, *, start_over: bool) -> tuple[Path, Progress] | None:
-    states = run_folder.moments_in(folder, Progress, start_over=start_over)
-    if not states:
+    if not (states := run_folder.moments_in(folder, Progress, start_over=start_over)):
         return None
     latest = max(states, key=lambda path: (states[path].step, states[path].recorded_step))
     return latest, states[latest]

@@ -185,8 +185,7 @@ class Training:
             self.save()  # first: whoever goes on from here has the weights that something was told of
         line = self.measure()
         progress.stop = stop or self.reason_to_stop(line)
-        name = self.plan.snapshot_name(step)
-        if name is not None:
+        if (name := self.plan.snapshot_name(step)) is not None:
             self.save_model(run_folder.snapshot_folder(self.out, name))
         line |= {"snapshot": name} if name else {}
         line |= {"stop": progress.stop} if progress.stop else {}

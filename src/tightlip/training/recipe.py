@@ -106,8 +106,7 @@ def recipe_for(
 def with_canaries(recipe: Recipe, out: Path) -> Recipe:
     """The recipe with the canaries that the one-run check asks for, their key in `out`."""
     config, tokenizer = recipe.config, recipe.tokenizer
-    num_canaries = config.mitigation.num_check_canaries
-    if not num_canaries:
+    if not (num_canaries := config.mitigation.num_check_canaries):
         return recipe
     kind = getattr(config.mitigation, "dp_check_kind", "random")
     draw, length = drawn_tokens(kind, config, tokenizer), min(CANARY_LENGTH, config.sequence_length)
@@ -236,8 +235,7 @@ def _with_included(rows: Rows, key: CheckKey) -> Rows:
     def extended(part: np.ndarray, more: np.ndarray) -> np.ndarray:
         return np.concatenate([part, more.astype(part.dtype)])
 
-    marks = rows.trained
-    if marks is not None:
+    if (marks := rows.trained) is not None:
         marks = extended(marks, np.ones(count * key.length))
     return replace(
         rows,

@@ -354,8 +354,7 @@ class _Trial:
 
     def _validating(self) -> float:
         """Seconds of one look at all held-out text."""
-        rows = self.training.recipe.validation
-        if rows is None:
+        if (rows := self.training.recipe.validation) is None:
             return 0.0
         chosen = spread_out(np.argsort(rows.num_inputs), MOST_VALIDATED)
         some = rows.only(chosen)

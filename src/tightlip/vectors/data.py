@@ -92,8 +92,7 @@ def open_source(source: Any, **settings: Any) -> Source:
         path, given = BUNDLED, demo_speeches()
     elif isinstance(source, str | Path):
         path = store_address(source) or str(Path(source).resolve())
-    has_users = _has_users(given, columns.user_column)
-    if not has_users:
+    if not (has_users := _has_users(given, columns.user_column)):
         given = _with_nobody(given, columns.user_column, columns.text_column)
     corpus = open_corpus(given, **columns.tree())
     tree = {"path": path, "fingerprint": corpus.fingerprint(), **columns.tree()}

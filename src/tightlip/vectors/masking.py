@@ -144,8 +144,7 @@ def _comparable(words: frozenset[str]) -> frozenset[str]:
 
 def _mark(word: str) -> str:
     """A marked word's letters and digits; of one that has none, its signs."""
-    mark = "".join(_pieces(_folded(word))) or _folded(word)
-    if not mark:
+    if not (mark := "".join(_pieces(_folded(word))) or _folded(word)):
         raise UsageError(
             f"The marked word {word!r} has no character that can be seen, so it would mask nothing. "
             "Mark a word as it is written in the texts."

@@ -116,8 +116,7 @@ def _train_one(
         examples = read_examples(source, settings)
         with claimed(out):
             run_folder.check_may_train(out, tree, same=_SAME_RUN)
-            begins = not run_folder.is_run(out)
-            if begins:
+            if begins := not run_folder.is_run(out):
                 run_folder.begin_run(out, tree)
             try:
                 _train_in(out, source, examples, settings, options)

@@ -257,8 +257,7 @@ def single_tokens(
     candidates: Candidates, ids_of: IdsOf, entries: Iterable[str], secrets_NP: np.ndarray
 ) -> list[np.ndarray] | None:
     """The tokens possible at each position; None where values are not tokens of their own."""
-    steps = _tokens_alone(candidates, ids_of)
-    if steps is None:
+    if (steps := _tokens_alone(candidates, ids_of)) is None:
         return None
     for places_NP in _compared(candidates, secrets_NP):
         rows = np.stack(list(_expected(steps, places_NP)), axis=1)

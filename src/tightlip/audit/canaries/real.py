@@ -122,8 +122,7 @@ def choose_canaries(
         made_up = {ids.astype(np.int32).tobytes() for ids in encoded}
         usable[[number for number, _ in _reading(tokens, made_up)]] = False
         documents = open_corpus(record.corpus_folder / "train.parquet")
-        canaries = choose_real_canaries(scores, tokens, usable, documents)
-        if not canaries:
+        if not (canaries := choose_real_canaries(scores, tokens, usable, documents)):
             raise UsageError(
                 f"No document has min_tokens={config.min_tokens} tokens and only words the model knows, so none can be "
                 "chosen. Use a smaller --min-tokens, or train with a larger vocabulary."

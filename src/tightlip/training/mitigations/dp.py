@@ -238,8 +238,7 @@ class PrivateMitigation:
         _check_ledger_is_there(context.folder)
         check_rows_stay_alone(context.model)
         terms = self.terms(config, context.corpus)
-        noisy = noisy_loss(config, context.steps_per_epoch)
-        if noisy is not None:
+        if (noisy := noisy_loss(config, context.steps_per_epoch)) is not None:
             if context.processes.are_several:
                 raise UsageError(
                     "noisy_validation is worked out by one process, and several were started. Start one, or use --public-validation FILE."
