@@ -74,6 +74,7 @@ def test_a_run_cut_off_anywhere_ends_with_the_same_bytes_and_the_last_snapshots(
             assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
+@pytest.mark.usefixtures("register_of_processes")
 def test_a_private_run_that_is_killed_charges_every_step_it_took(command, base, corpus, tmp_path):
     config = adapting(base, mitigation="dp", epsilon=8.0, steps=12, batch_size=3)
     for applied in train_and_kill(command, corpus, tmp_path, config, num_kills=2):
